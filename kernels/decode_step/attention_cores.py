@@ -489,7 +489,11 @@ def merge(me, kept, heads, layer, factor, SIZES: gl.constexpr):
         whole = gl.convert_layout(gl.sum(whole, 1), gl.SliceLayout(1, OF_WARPS), assert_trivial=True)
         result = gl.sum(acc, 1) * (factor / gl.where(whole == 0, 1.0, whole))[:, None]
         column = unit % UNITS * COLUMNS + 4 * warp[:, None] + gl.arange(0, 4, gl.SliceLayout(0, OF_WARPS))[None, :]
-        shmem.send(me, heads + head * H + column, result, me.rank, column < H)
+        if SIZES.TENSOR_CORES:
+            at = head % SIZES.HEADS * H + column
+            tensor_cores.keep(heads, result, head // SIZES.HEADS, at, column < H, SIZES)
+        else:
+            shmem.send(me, heads + head * H + column, result, me.rank, column < H)
         shmem.report_pairs(me, accs, late)
 
 

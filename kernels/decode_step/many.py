@@ -53,19 +53,29 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
     begin(kept, x, given.attn_norm, SIZES)
     factor = phases.meet(me, met, 0, factor, None, SIZES)
     for layer in range(SIZES.LAYERS):
-        phase = 1 + layer * phases.meetings_of(SIZES)
+        phase = 1 + layer * phases.meetings_of(SIZES) - SIZES.QUERIES_TOLD  # of those that end with a meeting
         window = phases.of_each_layer(given.windows, layer, SIZES.WINDOW)
         table = phases.of_each_layer(given.tables, layer, SIZES.TABLE)
         times = phases.times_of(results.times, layer, 0, SIZES)
-        position = project(ring, position, given, kept, layer, times, factor, SIZES)
-        factor = phases.meet(me, met, phase, factor, times, SIZES)
+        position = project(me, ring, position, given, kept, layer, times, factor, SIZES)
+        if SIZES.QUERIES_TOLD:
+            phases.pass_by(times)
+        else:
+            factor = phases.meet(me, met, phase, factor, times, SIZES)
         times = phases.times_of(results.times, layer, 1, SIZES)
         position = attention_cores.attend(
             me, ring, position, given, kept, lengths, window, table, layer, factor, SIZES
         )  # fmt: skip
-        factor = phases.meet(me, met, phase + 1, factor, times, SIZES)
+        if SIZES.PARTS_TOLD:
+            phases.pass_by(times)
+        else:
+            factor = phases.meet(me, met, phase + 1, factor, times, SIZES)
+        phase -= SIZES.PARTS_TOLD
         times = phases.times_of(results.times, layer, 2, SIZES)
-        attention.merge(me, kept, kept.heads, layer, factor, SIZES)
+        if SIZES.PARTS_TOLD:
+            attention_cores.merge(me, kept, kept.heads, layer, factor, SIZES)
+        else:
+            attention.merge(me, kept, kept.heads, layer, factor, SIZES)
         factor = phases.meet(me, met, phase + 2, factor, times, SIZES)
         times = phases.times_of(results.times, layer, 3, SIZES)
         behind = phases.of_layer(given.post_attn_norm, layer, D)
@@ -214,8 +224,10 @@ def portion_of(tiles, tile):
 
 
 @gluon.jit
-def project(ring, position, given, kept, layer, times, factor, SIZES: gl.constexpr):
-    """kept.qkv f32 [B, (HEADS + 2 KV_HEADS) * H]: queries, keys and values of the normalised stream."""
+def project(me, ring, position, given, kept, layer, times, factor, SIZES: gl.constexpr):
+    """kept.qkv f32 [B, (HEADS + 2 KV_HEADS) * H]: queries, keys and values of the normalised stream. If they are told,
+    it is messages, [L, ...].
+    """
     WIDTH: gl.constexpr = (SIZES.HEADS + 2 * SIZES.KV_HEADS) * SIZES.H
     TILES: gl.constexpr = tiles_of(WIDTH, 1, SIZES.PROGRAMS)
     TURNS: gl.constexpr = turns_of(WIDTH, 1, SIZES.PROGRAMS)
@@ -230,9 +242,9 @@ def project(ring, position, given, kept, layer, times, factor, SIZES: gl.constex
             )  # fmt: skip
             scale = scale_of(squares, factor, SIZES)
             for tile in gl.static_range(0, TILES, PORTION):
-                store_projections(
-                    ring, products, given, kept, layer, first, scale, scales, tile, portion_of(TILES, tile), SIZES
-                )
+                leave_projections(
+                    me, ring, products, given, kept, layer, first, scale, scales, tile, portion_of(TILES, tile), SIZES
+                )  # fmt: skip
     return position
 
 
@@ -270,8 +282,8 @@ def scaled(value, scales, tile: gl.constexpr):
 
 
 @gluon.jit
-def store_projections(
-    ring, products, given, kept, layer, first, scale, scales, tile: gl.constexpr, COUNT: gl.constexpr,
+def leave_projections(
+    me, ring, products, given, kept, layer, first, scale, scales, tile: gl.constexpr, COUNT: gl.constexpr,
     SIZES: gl.constexpr,
 ):  # fmt: skip
     """Those of COUNT tiles."""
@@ -285,7 +297,10 @@ def store_projections(
         value += phases.part_of(phases.of_layer(given.query_bias, layer, QUERIES), row, QUERIES)
         value += phases.part_of(phases.of_layer(given.key_bias, layer, KEYS), row - QUERIES, KEYS)
         value += phases.part_of(phases.of_layer(given.value_bias, layer, KEYS), row - QUERIES - KEYS, KEYS)
-    gl.store(kept.qkv + b * WIDTH + row, value, mask=own & (b < SIZES.B))
+    if SIZES.QUERIES_TOLD:
+        shmem.send(me, kept.qkv + (layer * SIZES.B + b) * WIDTH + row, value, me.rank, own & (b < SIZES.B))
+    else:
+        gl.store(kept.qkv + b * WIDTH + row, value, mask=own & (b < SIZES.B))
 
 
 @gluon.jit

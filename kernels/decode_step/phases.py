@@ -92,12 +92,13 @@ def stamp(times, which: gl.constexpr):
 def meetings_of(sizes):
     """How many times the programs meet in a layer: behind each phase but those whose results are messages.
 
-    For tensor cores each phase ends so, and each of two norms behind a block has a meeting before it.
+    For tensor cores four phases always end so, and each of two norms behind a block has a meeting before it.
     """
     if sizes.TENSOR_CORES:
-        return PHASES.value + (2 if sizes.POST_NORMS else 0)
-    told = sizes.STREAM_TOLD or sizes.SUMS_TOLD
-    return (0 if told else 2) + (not sizes.PARTS_TOLD) + (not sizes.QUERIES_TOLD)
+        others = 6 if sizes.POST_NORMS else 4
+    else:
+        others = 0 if sizes.STREAM_TOLD or sizes.SUMS_TOLD else 2
+    return others + (not sizes.PARTS_TOLD) + (not sizes.QUERIES_TOLD)
 
 
 @triton.constexpr_function

@@ -90,14 +90,15 @@ def test_a_share_of_llama_3_8b(world, eight):
     assert "release.sys" not in code.ptx
 
 
-def test_a_thread_polls_all_of_its_messages_at_once():
+# Of one sequence sums before queries, before the gate and before the logits, of two ranks; queries and what they are
+# rotated with; parts of heads and their tops; heads; the inner part. Of four queries, parts, and the sums of two ranks.
+@pytest.mark.parametrize(("batch", "polled"), [(1, [4, 2, 8, 1, 4, 2, 4]), (4, [2, 4, 2, 2])])
+def test_a_thread_polls_all_of_its_messages_at_once(batch, polled):
     """Each poll is one loop, and none follows another one: two would take two ways to the L2 cache."""
     model = DecoderSpec(layers=8, d_model=4096, heads=8, kv_heads=2, head_dim=128, d_mlp=3584, vocab=32064)
-    ptx = launch_of(lowered(model, 2, 1))[PTX].decode()
+    ptx = launch_of(lowered(model, 2, batch))[PTX].decode()
     polls = re.findall(r"AGAIN:\n((?:@looks\d+ ld\.relaxed\.sys\.global\.v4\.b32 .*\n)+)", ptx)
-    # Sums before queries, before the gate and before the logits, of two ranks; queries and what they are rotated with;
-    # parts of heads and their tops; heads; the inner part.
-    assert [poll.count("ld.relaxed") for poll in polls] == [4, 2, 8, 1, 4, 2, 4]
+    assert [poll.count("ld.relaxed") for poll in polls] == polled
 
 
 @pytest.mark.parametrize(("rows", "groups"), [(2, 64), (16, 8), (4, 32), (128, 1)])

@@ -271,6 +271,29 @@ NOBODY_MEETS = {
     ),
 }  # fmt: skip
 STEPS |= NOBODY_MEETS
+# The same by tensor cores, for which all still meet behind a merge.
+TILES_TOLD = (("tell_queries", True), *TILES)
+TILED_MESSAGES = {
+    "queries are messages, five sequences, two layers": Step(lengths=(3, -1, 17, 9, 20), layers=2, config=TILES_TOLD),
+    "parts of heads are messages, six sequences, three heads of a key": Step(
+        lengths=(3, 0, 17, 9, 5, 20), group=3, layers=2, config=(("tell_parts", True), *TILES)
+    ),
+    "messages of attention, sixteen sequences on three ranks": Step(
+        world=3, lengths=tuple(range(16)), group=1, config=(("tell_parts", True), *TILES_TOLD)
+    ),
+    "messages of attention, gemma 2 by tensor cores, in parts": Step(
+        family="gemma-2-9b", lengths=(3, 0, 17, 9, 20), layers=2,
+        config=(("tell_parts", True), ("splits", 3), *TILES_TOLD),
+    ),
+    "messages of attention, weights of int8, pages, in forty parts": Step(
+        world=1, lengths=(20, 7), layers=3, page=32, eight=("int8", "unembed"), changes=(("head_dim", 128),),
+        config=(("tell_parts", True), ("splits", 40), ("programs", 5), *TILES_TOLD),
+    ),
+    "parts of heads are messages, a cache of e4m3 by tensor cores": Step(
+        world=1, lengths=(14, 3, 19), cache="float8_e4m3fn", **{**OF_TILES, "config": (("tell_parts", True), *TILES)}
+    ),
+}  # fmt: skip
+STEPS |= TILED_MESSAGES
 PAGES = {
     "pages": Step(lengths=(11, 16, 0, 20), group=1, page=8, layers=2, lost=(1, 2)),
     "pages of two blocks, no token, a full cache and lost tokens": Step(
@@ -373,6 +396,7 @@ TELLS = "            shmem.send(me, told + at, before + total * SCALE, me.rank, 
 POST_NORMS = STEPS["gemma 2, three layers"]
 TELLS_QUERIES = Step(lengths=(3, 17), layers=3, config=(*TOLD, ("splits", 2)))
 TELLS_ALL = Step(lengths=(3, 17), layers=3, config=(*PARTS, *SUMS, ("splits", 2)))
+TELLS_TILES = Step(lengths=(3, 17, 9), layers=2, config=(("tell_parts", True), ("splits", 2), *TILES_TOLD))
 TWO_LAYERS = Step(layers=2)
 SENDS = "    for i in gl.static_range(1, WORLD + 1):\n        shmem.send_words("
 RECEIVED = """        for rank in gl.static_range(1, WORLD):
@@ -913,6 +937,23 @@ MUTANTS = {
                 ("        if SIZES.ATTENTION_CORES:\n", "        if layer == SIZES.LAYERS - 1:\n            "
                  "shmem.arrive(me, met)\n        if SIZES.ATTENTION_CORES:\n"),
              ), TOO_EARLY, TELLS_ALL),
+        )
+    },
+    # Messages of attention between products of tensor cores.
+    **{
+        f"by tensor cores, {fault}": Mutant(
+            module=module, edits=((found, changed),), errors=errors, step=TELLS_TILES
+        )
+        for fault, module, found, changed, errors in (
+            ("queries in another layer's place", many, "(layer * SIZES.B + b) * WIDTH", "b * WIDTH", (MessageError,)),
+            ("queries of another sequence", many, "(layer * SIZES.B + b) * WIDTH",
+             "(layer * SIZES.B + SIZES.B - 1 - b) * WIDTH", (AssertionError,)),
+            ("the last sequence is sent no queries", many, "value, me.rank, own & (b < SIZES.B)",
+             "value, me.rank, own & (b < SIZES.B - 1)", (DeadlockError, MessageError)),
+            ("heads merged into another sequence's", attention_cores, "head // SIZES.HEADS, at",
+             "SIZES.B - 1 - head // SIZES.HEADS, at", (AssertionError,)),
+            ("nobody waits for merged heads", many, MEET.format(" + 2"), ALONE, TOO_EARLY),
+            ("a meeting is counted that is none", many, "        phase -= SIZES.PARTS_TOLD\n", "", (DeadlockError,)),
         )
     },
     "no barrier before the release": Mutant(

@@ -28,6 +28,7 @@ SCALES_OF_CACHE = ("old_key", "old_value", "cache_key", "cache_value")
 MERGED = 32  # columns of a head, of one sequence with attention alone by tensor cores: 273 us a step, and 277 with 8
 LARGE_LAYER = 1 << 29  # bytes of a rank's matrices of a layer from which on more is on its way
 MOST_POLLED = 32 << 10  # bytes of a sum that all programs poll
+MOST_TOLD = 256  # query heads of all sequences that are messages, by tensor cores
 LEAST_OF_PAGE = 8  # positions of a page, as a load of fewer would be small
 
 
@@ -63,16 +64,15 @@ def block_of(rows: int, columns: int, config: Config, divides: int = 0) -> tuple
 def by_tensor_cores(call: Call, config: Config) -> bool:
     """Whether tensor cores are to multiply: there are too many sequences for registers, or it is faster.
 
-    us a step on 2 H100, 8 layers, 8192 tokens, by tensor cores, and with products in registers and attention by tensor
-    cores: Llama 3 8B's share of eight GPUs, 2 sequences, 321 and 321, with weights of int8 287 and 271, 3 sequences 292
-    and 343, with a cache of int8, 4 sequences of 2048 tokens, 306 and 441; 70B's share, 2 sequences, 819 and 786. One
-    sequence of Qwen3 32B's share of four, whose rows of 5120 come in five blocks in registers, takes 922, and 933. With
-    attention in registers a quarter of Gemma 2 9B takes 609 for 4 sequences, and 700.
+    us a step on one H200 without a peer, 8 layers, 8192 tokens, by tensor cores and with products in registers: Llama 3
+    8B's share of eight GPUs 250 and 234 for 2 sequences, 260 and 270 for 3, 268 and 320 for 4; 70B's share 595 and 645
+    for 3; a quarter of Gemma 2 9B, 2048 tokens, 455 and 431 for 2 and 476 and 503 for 3. One sequence of Qwen3 32B's
+    share of four, whose rows of 5120 come in five blocks in registers, takes 660, and 667.
     """
     if many.refused(call, config) or _widths_differ(call) or not _attention_can(call, config):
         return call.batch > FEW
     if call.model.post_norms:
-        return call.batch > 2  # fewer were not timed
+        return call.batch > 2
     _, groups, width = block_of(call.model.d_model, call.model.d_model, Config())
     most = 2 if attention_by_tensor_cores(call, config) else 1
     return call.batch > most or call.model.d_model > 2 * groups * width
@@ -160,8 +160,8 @@ def refused_pages(call: Call, config: Config) -> list[str]:
 def refused_messages(call: Call, config: Config) -> list[str]:
     """Why queries cannot be messages: a thread polls 4 columns of a head, and those that they are rotated with."""
     of, reasons = "with tell_queries it takes", []
-    if config.tensor_cores or not config.attention_cores:
-        reasons.append(f"{of} attention by tensor cores, and products in registers")
+    if not config.attention_cores:
+        reasons.append(f"{of} attention by tensor cores")
     if call.model.head_dim > 128:
         reasons.append(f"{of} heads of 64 and 128, not {call.model.head_dim}")
     if call.model.rotated % 8:
@@ -173,9 +173,17 @@ def refused_messages(call: Call, config: Config) -> list[str]:
 
 def refused_parts(config: Config) -> list[str]:
     """Why parts of heads cannot be messages."""
-    if config.tensor_cores or not config.attention_cores:
-        return ["with tell_parts it takes attention by tensor cores, and products in registers"]
-    return []
+    return [] if config.attention_cores else ["with tell_parts it takes attention by tensor cores"]
+
+
+def tells_queries(call: Call, config: Config) -> bool:
+    """Whether queries are to be messages.
+
+    us a step on one H200 without a peer, by tensor cores, 8 layers, without and with: Llama 3 8B's share of eight, 4
+    and 16 sequences, 266 and 260, 285 and 278; 8B on four, 16 sequences, 660 and 651; 70B's tenth, 1951 and 1959.
+    """
+    too_many = config.tensor_cores and call.batch * call.heads > MOST_TOLD
+    return not too_many and not refused_messages(call, config)
 
 
 def tells_parts(call: Call, config: Config) -> bool:
@@ -184,8 +192,15 @@ def tells_parts(call: Call, config: Config) -> bool:
     us a step on 2 H200, 8 layers, 8192 tokens, without and with, where sums are told: Llama 3 8B on four, whose keys
     have 4 heads, 516 and 502; 8B's share of eight, 2 sequences, 260 and 253 (where they are not). 70B's share of eight,
     whose keys have 8, takes 521 and 525.
+
+    By tensor cores, as in `tells_queries`: 8B's share, 4 and 16 sequences, 260 and 256, 278 and 273; where queries are
+    not told 267 and 268 of 8; 70B's share, 4 sequences, 602 and 597. 8B on four, 16 sequences, of which a program
+    merges 8 pieces one after the other, takes 651 and 675.
     """
-    return call.model.group <= 4 and not refused_parts(config)
+    if not config.tensor_cores:
+        return call.model.group <= 4 and not refused_parts(config)
+    pieces = call.batch * call.heads * -(-call.model.head_dim // (4 * config.num_warps))
+    return pieces <= 2 * config.programs and tells_queries(call, config)
 
 
 def refused_sums(call: Call, config: Config) -> list[str]:
@@ -288,7 +303,7 @@ class Hopper(Variant[Call]):
         )  # fmt: skip
         return dataclasses.replace(
             config,
-            tell_queries=not refused_messages(call, config),
+            tell_queries=tells_queries(call, config),
             tell_parts=tells_parts(call, config),
             tell_sums=tells_sums(call, config),
         )
