@@ -489,7 +489,14 @@ def merge(me, kept, heads, layer, factor, SIZES: gl.constexpr):
         base = gl.where(highest == float("-inf"), 0.0, highest)
         whole = gl.sum(gl.exp2(top - base) * total, 0)
         result = gl.sum(acc * gl.exp2(own_top - base)[:, None], 0) * (factor / gl.where(whole == 0, 1.0, whole))
-        if SIZES.TENSOR_CORES:
-            tensor_cores.keep(heads, result, head // SIZES.HEADS, head % SIZES.HEADS * H + column, column < H, SIZES)
-        else:
-            shmem.send(me, heads + head * H + column, result, me.rank)
+        leave_merged(me, heads, head, column, result, SIZES)
+
+
+@gluon.jit
+def leave_merged(me, heads, head, column, result, SIZES: gl.constexpr):
+    """Hands on some columns of a head of one of all sequences, as `merge` takes `heads`."""
+    H: gl.constexpr = SIZES.H
+    if SIZES.TENSOR_CORES:
+        tensor_cores.keep(heads, result, head // SIZES.HEADS, head % SIZES.HEADS * H + column, column < H, SIZES)
+    else:
+        shmem.send(me, heads + head * H + column, result, me.rank, column < H)

@@ -439,6 +439,12 @@ def hand_on(me, place, value, mask, SIZES: gl.constexpr):
         gl.store(place, value, mask=mask)
 
 
+@triton.constexpr_function
+def units_of(h, warps):
+    """In how many units the parts of a head are merged: a program takes 4 columns a warp at a time."""
+    return triton.cdiv(h, 4 * warps)
+
+
 @gluon.jit
 def merge(me, kept, heads, layer, factor, SIZES: gl.constexpr):
     """What `attention.merge` does, of parts that are messages.
@@ -451,7 +457,7 @@ def merge(me, kept, heads, layer, factor, SIZES: gl.constexpr):
     EACH: gl.constexpr = heads_of_tops(SIZES)
     WARPS: gl.constexpr = gl.num_warps()
     COLUMNS: gl.constexpr = 4 * WARPS  # a program's at a time
-    UNITS: gl.constexpr = triton.cdiv(H, COLUMNS)  # of a head
+    UNITS: gl.constexpr = units_of(H, WARPS)
     ITEMS: gl.constexpr = SIZES.B * SIZES.KV_HEADS * SIZES.SPLITS
     PLACES: gl.constexpr = triton.cdiv(SIZES.SPLITS, 32)
     WORDS: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [WARPS, 1, 1], [2, 1, 0])
@@ -489,11 +495,7 @@ def merge(me, kept, heads, layer, factor, SIZES: gl.constexpr):
         whole = gl.convert_layout(gl.sum(whole, 1), gl.SliceLayout(1, OF_WARPS), assert_trivial=True)
         result = gl.sum(acc, 1) * (factor / gl.where(whole == 0, 1.0, whole))[:, None]
         column = unit % UNITS * COLUMNS + 4 * warp[:, None] + gl.arange(0, 4, gl.SliceLayout(0, OF_WARPS))[None, :]
-        if SIZES.TENSOR_CORES:
-            at = head % SIZES.HEADS * H + column
-            tensor_cores.keep(heads, result, head // SIZES.HEADS, at, column < H, SIZES)
-        else:
-            shmem.send(me, heads + head * H + column, result, me.rank, column < H)
+        attention.leave_merged(me, heads, head, column, result, SIZES)
         shmem.report_pairs(me, accs, late)
 
 

@@ -201,7 +201,7 @@ def check_cases(mesh: Mesh, *names: str) -> None:
 def check_operations(mesh: Mesh) -> None:
     """Every model and batch by operations, and one that the kernel does not take."""
     cases = {**CASES, "seventeen sequences": (LLAMA, tuple(range(0, 510, 30)))}
-    _check_all(mesh, cases, kernel="operations")
+    _check_all(mesh, for_ranks(cases, mesh.devices.size), kernel="operations")
 
 
 def check_eight_bits(mesh: Mesh, kernel: str = "hopper") -> None:

@@ -480,11 +480,11 @@ def test_what_none_takes(sequences, world, kernels):
     assert text.count(TRITON_CALL) == kernels
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize("case", step_parity.CASES)
 def test_what_gpus_compare_is_a_call(case, world):
     """Of as many ranks as tests have GPUs."""
-    model, lengths = step_parity.CASES[case]
+    model, lengths = step_parity.for_ranks(step_parity.CASES, world)[case]
     call = functools.partial(step_parity.errors_of, model, lengths, kernel="operations")
     mesh = Mesh(np.array(jax.devices()[:world]), ("tp",))
     assert jax.eval_shape(program(mesh, call)).shape == (3,)

@@ -950,8 +950,8 @@ MUTANTS = {
              "(layer * SIZES.B + SIZES.B - 1 - b) * WIDTH", (AssertionError,)),
             ("the last sequence is sent no queries", many, "value, me.rank, own & (b < SIZES.B)",
              "value, me.rank, own & (b < SIZES.B - 1)", (DeadlockError, MessageError)),
-            ("heads merged into another sequence's", attention_cores, "head // SIZES.HEADS, at",
-             "SIZES.B - 1 - head // SIZES.HEADS, at", (AssertionError,)),
+            ("heads merged into another sequence's", attention, "head // SIZES.HEADS, head %",
+             "SIZES.B - 1 - head // SIZES.HEADS, head %", (AssertionError,)),
             ("nobody waits for merged heads", many, MEET.format(" + 2"), ALONE, TOO_EARLY),
             ("a meeting is counted that is none", many, "        phase -= SIZES.PARTS_TOLD\n", "", (DeadlockError,)),
         )

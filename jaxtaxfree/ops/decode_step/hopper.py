@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from triton import next_power_of_2
 
+from jaxtaxfree.kernels.decode_step.attention_cores import units_of
 from jaxtaxfree.kernels.decode_step.hopper import decode_step_kernel
 from jaxtaxfree.ops.blocks.portable import each
 from jaxtaxfree.ops.decode_step import many
@@ -67,7 +68,8 @@ def by_tensor_cores(call: Call, config: Config) -> bool:
     us a step on one H200 without a peer, 8 layers, 8192 tokens, by tensor cores and with products in registers: Llama 3
     8B's share of eight GPUs 250 and 234 for 2 sequences, 260 and 270 for 3, 268 and 320 for 4; 70B's share 595 and 645
     for 3; a quarter of Gemma 2 9B, 2048 tokens, 455 and 431 for 2 and 476 and 503 for 3. One sequence of Qwen3 32B's
-    share of four, whose rows of 5120 come in five blocks in registers, takes 660, and 667.
+    share of four, whose rows of 5120 come in five blocks in registers, takes 660, and 667. By tensor cores with
+    messages of attention (`tells_parts`), which came later, all but Gemma's take some 10 less.
     """
     if many.refused(call, config) or _widths_differ(call) or not _attention_can(call, config):
         return call.batch > FEW
@@ -195,12 +197,12 @@ def tells_parts(call: Call, config: Config) -> bool:
 
     By tensor cores, as in `tells_queries`: 8B's share, 4 and 16 sequences, 260 and 256, 278 and 273; where queries are
     not told 267 and 268 of 8; 70B's share, 4 sequences, 602 and 597. 8B on four, 16 sequences, of which a program
-    merges 8 pieces one after the other, takes 651 and 675.
+    merges 8 units one after the other, takes 651 and 675.
     """
     if not config.tensor_cores:
         return call.model.group <= 4 and not refused_parts(config)
-    pieces = call.batch * call.heads * -(-call.model.head_dim // (4 * config.num_warps))
-    return pieces <= 2 * config.programs and tells_queries(call, config)
+    units = call.batch * call.heads * units_of(call.model.head_dim, config.num_warps)
+    return units <= 2 * config.programs and tells_queries(call, config)
 
 
 def refused_sums(call: Call, config: Config) -> list[str]:
