@@ -367,10 +367,7 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
         position, held = phases.project(
             me, ring, position, given, kept, held if SUMS_TOLD else x, found, stream, layer, norms, times, factor, SIZES
         )  # fmt: skip
-        if SIZES.QUERIES_TOLD:
-            phases.pass_by(times)
-        else:
-            factor = phases.meet(me, met, phase, factor, times, SIZES)
+        factor = phases.end(me, met, phase, SIZES.QUERIES_TOLD, factor, times, SIZES)
         times = phases.times_of(results.times, layer, 1, SIZES)
         if SIZES.ATTENTION_CORES:
             position = attention_cores.attend(
@@ -380,12 +377,9 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
             position = attention.attend(
                 me, ring, position, given, kept, lengths, window, table, layer, factor, SIZES
             )  # fmt: skip
-        if SIZES.PARTS_TOLD:
-            phases.pass_by(times)
-            if phases.last_meeting_of(SIZES) and layer == SIZES.LAYERS - 1:
-                shmem.arrive(me, met)  # it has read the cache, and left what is new
-        else:
-            factor = phases.meet(me, met, phase + 1, factor, times, SIZES)
+        factor = phases.end(me, met, phase + 1, SIZES.PARTS_TOLD, factor, times, SIZES)
+        if phases.last_meeting_of(SIZES) and layer == SIZES.LAYERS - 1:
+            shmem.arrive(me, met)  # it has read the cache, and left what is new
         phase -= SIZES.PARTS_TOLD
         times = phases.times_of(results.times, layer, 2, SIZES)
         heads = kept.heads + layer * (SIZES.B * SIZES.HEADS * SIZES.H)

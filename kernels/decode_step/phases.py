@@ -108,6 +108,19 @@ def last_meeting_of(sizes):
 
 
 @gluon.jit
+def end(me, met, phase, TOLD: gl.constexpr, factor, times, SIZES: gl.constexpr):
+    """Ends a phase whose results are messages if they are told; else all programs of this rank meet.
+
+    Returns: `factor`, as `meet` does.
+    """
+    if TOLD:
+        pass_by(times)
+    else:
+        factor = meet(me, met, phase, factor, times, SIZES)
+    return factor
+
+
+@gluon.jit
 def meet(me, met, phase, factor, times, SIZES: gl.constexpr):
     """Ends a phase: what any program of this rank has stored in it all others see.
 
@@ -486,10 +499,7 @@ def add(
             send(me, box, first * (VECTORS * ROWS) + place, gl.where(there, products, 0.0), sent, SIZES)
     rings.report(me, desc, source, missing, COLUMNS, SIZES.B)
     if not TWINS:
-        if SIZES.STREAM_TOLD or SIZES.SUMS_TOLD:
-            pass_by(times)
-        else:
-            factor = meet(me, met, phase, factor, times, SIZES)
+        factor = end(me, met, phase, SIZES.STREAM_TOLD or SIZES.SUMS_TOLD, factor, times, SIZES)
     else:
         stamp(times, 1)
         begin, end = first * (VECTORS * ROWS) // 4, (first + count) * (VECTORS * ROWS) // 4

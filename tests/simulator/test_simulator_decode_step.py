@@ -390,6 +390,8 @@ class Mutant:
 
 TOO_EARLY = (DataRaceError, UninitializedReadError)
 MEET = "factor = phases.meet(me, met, phase{}, factor, times, SIZES)\n"
+END_PROJECT = "factor = phases.end(me, met, phase, SIZES.QUERIES_TOLD, factor, times, SIZES)\n"
+END_ATTEND = "factor = phases.end(me, met, phase + 1, SIZES.PARTS_TOLD, factor, times, SIZES)\n"
 ALONE = "shmem.arrive(me, met)\n"
 AWAIT = "factor = await_all(me, met, phase, factor, times, SIZES)\n    return position, factor\n"
 TELLS = "            shmem.send(me, told + at, before + total * SCALE, me.rank, inside)\n"
@@ -431,10 +433,10 @@ INT8_CACHE = CACHES["a cache of int8, two layers"]
 OLD_KEYS, OLD_VALUES = (f"given.old_{of}_scales + of_block" for of in ("key", "value"))
 MUTANTS = {
     "attention does not wait for queries": Mutant(
-        module=hopper, edits=((MEET.format(""), ALONE),), errors=TOO_EARLY
+        module=hopper, edits=((END_PROJECT, ALONE),), errors=TOO_EARLY
     ),
     "the merge does not wait for all parts": Mutant(
-        module=hopper, edits=((MEET.format(" + 1"), ALONE),), errors=TOO_EARLY, step=Step(config=(("splits", 3),))
+        module=hopper, edits=((END_ATTEND, ALONE),), errors=TOO_EARLY, step=Step(config=(("splits", 3),))
     ),
     "heads are sent in the place of another layer's": Mutant(
         module=hopper, edits=(("kept.heads + layer * (SIZES", "kept.heads + 0 * (SIZES"),), errors=(MessageError,),
@@ -462,7 +464,7 @@ MUTANTS = {
         module=phases, edits=((AWAIT, "pass\n    return position, factor\n"),), errors=TOO_EARLY, step=POST_NORMS
     ),
     "a phase is not counted": Mutant(
-        module=hopper, edits=((MEET.format(" + 1"), "pass\n"),), errors=(*TOO_EARLY, DeadlockError, SignalCountError)
+        module=hopper, edits=((END_ATTEND, "pass\n"),), errors=(*TOO_EARLY, DeadlockError, SignalCountError)
     ),
     "a counter is one too low": Mutant(module=phases, edits=((COUNT, COUNT + " - 1"),), errors=TOO_EARLY),
     "a counter is one too high": Mutant(module=phases, edits=((COUNT, COUNT + " + 1"),), errors=(DeadlockError,)),
@@ -605,8 +607,7 @@ MUTANTS = {
         errors=(AssertionError,), step=TENSOR_CORES["two sequences in many parts"],
     ),
     "new tokens are stored while others read the cache": Mutant(
-        module=hopper, edits=((MEET.format(" + 1"), "attention.put(me, given, kept, results, SIZES)\n        "
-                               + MEET.format(" + 1")),),
+        module=hopper, edits=((END_ATTEND, "attention.put(me, given, kept, results, SIZES)\n        " + END_ATTEND),),
         errors=(DataRaceError, UninitializedReadError), step=STEPS["three parts of the keys"],
     ),
     # Of weights of 8 bits.
@@ -711,8 +712,8 @@ MUTANTS = {
             step=ATTENTION_CORES["attention by tensor cores, four sequences on two ranks, two layers, in parts"],
         )
         for module, fault, found, changed, errors in (
-            (hopper, "which does not wait for queries", MEET.format(""), ALONE, TOO_EARLY),
-            (hopper, "whose parts are merged too early", MEET.format(" + 1"), ALONE, TOO_EARLY),
+            (hopper, "which does not wait for queries", END_PROJECT, ALONE, TOO_EARLY),
+            (hopper, "whose parts are merged too early", END_ATTEND, ALONE, TOO_EARLY),
             (attention, "blocks of keys come as registers take them", "    if SIZES.ATTENTION_CORES:\n        position",
              "    if SIZES.TENSOR_CORES:\n        position", (AssertionError, OutOfBoundsError)),
             (attention_cores, "a query of another head", "(head * G + g[:, None])", "(head * G + 1 - g[:, None])",
@@ -781,11 +782,12 @@ MUTANTS = {
     ),
     **{
         f"{name} does not wait": Mutant(
-            module=many, edits=((MEET.format(after), ALONE),), errors=TOO_EARLY, step=SEVERAL
+            module=many, edits=((end, ALONE),), errors=TOO_EARLY, step=SEVERAL
         )
-        for name, after in (
-            ("attention", ""), ("the merge", " + 1"), ("the product of the heads", " + 2"), ("the gate", " + 3 + POST"),
-            ("the product behind the gate", " + 4 + POST"), ("the next layer", " + 5 + 2 * POST"),
+        for name, end in (
+            ("attention", END_PROJECT), ("the merge", END_ATTEND), ("the product of the heads", MEET.format(" + 2")),
+            ("the gate", MEET.format(" + 3 + POST")), ("the product behind the gate", MEET.format(" + 4 + POST")),
+            ("the next layer", MEET.format(" + 5 + 2 * POST")),
         )
     },
     "a norm behind a block does not wait": Mutant(
@@ -932,8 +934,8 @@ MUTANTS = {
              (("factor = phases.await_all(me, met, SIZES.LAYERS", "phases.meetings_of(SIZES) # ("),), TOO_EARLY,
              TELLS_ALL),
             ("a program says too early that it has read the cache", hopper, (
-                ("            if phases.last_meeting_of(SIZES) and layer == SIZES.LAYERS - 1:\n"
-                 "                shmem.arrive(me, met)  # it has read the cache, and left what is new\n", ""),
+                ("        if phases.last_meeting_of(SIZES) and layer == SIZES.LAYERS - 1:\n"
+                 "            shmem.arrive(me, met)  # it has read the cache, and left what is new\n", ""),
                 ("        if SIZES.ATTENTION_CORES:\n", "        if layer == SIZES.LAYERS - 1:\n            "
                  "shmem.arrive(me, met)\n        if SIZES.ATTENTION_CORES:\n"),
              ), TOO_EARLY, TELLS_ALL),
