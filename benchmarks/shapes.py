@@ -93,7 +93,7 @@ def _tenth_of_llama3_70b(b: int, context: int) -> DecoderShape:
 
 
 def _of_llama3(name: str, b: int, context: int, **sizes: int) -> DecoderShape:
-    """Eight layers, and a quarter of the vocabulary, of which a share of eight GPUs is two sixteenths."""
+    """Eight layers (of 8B a quarter, "/4"), a quarter of the vocabulary: of this two of eight GPUs have a quarter."""
     context_name = f"{context // 1024}k-context"
     return DecoderShape(
         name=f"{name}/decode-{b}/{context_name}", b=b, context=context, layers=8, h=128, vocab=32064, **sizes

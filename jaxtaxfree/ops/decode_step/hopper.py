@@ -85,7 +85,7 @@ def attention_by_tensor_cores(call: Call, config: Config) -> bool:
     the more so the more heads a key has.
 
     us a step on 2 H100, 8 layers, one sequence, in registers and by tensor cores: Llama 3 8B's share of eight, 8192
-    tokens, 282 and 278, with weights of int8 232 and 226; 70B's share 771 and 734; 8B on four 737 and 727; 70B's tenth,
+    tokens, 282 and 278, with weights of int8 232 and 226; 70B's share 771 and 734; 8B on two 737 and 727; 70B's tenth,
     32768 tokens, 2781 and 2556; a half of Llama 3.2 1B, heads of 64, 342 and 331. A quarter of Gemma 2 9B, heads of
     256, takes 520 and 523.
     """
@@ -182,7 +182,7 @@ def tells_queries(call: Call, config: Config) -> bool:
     """Whether queries are to be messages.
 
     us a step on one H200 without a peer, by tensor cores, 8 layers, without and with: Llama 3 8B's share of eight, 4
-    and 16 sequences, 266 and 260, 285 and 278; 8B on four, 16 sequences, 660 and 651; 70B's tenth, 1951 and 1959.
+    and 16 sequences, 266 and 260, 285 and 278; 8B on two, 16 sequences, 660 and 651; 70B's tenth, 1951 and 1959.
     """
     too_many = config.tensor_cores and call.batch * call.heads > MOST_TOLD
     return not too_many and not refused_messages(call, config)
@@ -191,12 +191,12 @@ def tells_queries(call: Call, config: Config) -> bool:
 def tells_parts(call: Call, config: Config) -> bool:
     """Whether parts of heads are to be messages.
 
-    us a step on 2 H200, 8 layers, 8192 tokens, without and with, where sums are told: Llama 3 8B on four, whose keys
+    us a step on 2 H200, 8 layers, 8192 tokens, without and with, where sums are told: Llama 3 8B on two, whose keys
     have 4 heads, 516 and 502; 8B's share of eight, 2 sequences, 260 and 253 (where they are not). 70B's share of eight,
     whose keys have 8, takes 521 and 525.
 
     By tensor cores, as in `tells_queries`: 8B's share, 4 and 16 sequences, 260 and 256, 278 and 273; where queries are
-    not told 267 and 268 of 8; 70B's share, 4 sequences, 602 and 597. 8B on four, 16 sequences, of which a program
+    not told 267 and 268 of 8; 70B's share, 4 sequences, 602 and 597. 8B on two, 16 sequences, of which a program
     merges 8 units one after the other, takes 651 and 675.
     """
     if not config.tensor_cores:
@@ -573,7 +573,7 @@ def _in_flight(call: Call, stage: int) -> int:
     us a step with two blocks of 8192 elements and with three, 8 layers: a tenth of Llama 3 70B, whose matrices of a
     layer are 856 MB on each of two ranks, one sequence on H100 2556 and 2532, on H200 1884 and 1800, 16 sequences on
     H200 2150 and 2101. Llama 3 8B's share of eight (55 MB), one sequence, takes 277 and 286 on H100, 235 and 240 on
-    H200, 70B's share of eight (214 MB) 734 and 741 on H100, 16 sequences of 8B on four (218 MB) 698 and 707 on H200.
+    H200, 70B's share of eight (214 MB) 734 and 741 on H100, 16 sequences of 8B on two (218 MB) 698 and 707 on H200.
     """
     shapes = call.model.param_shapes(call.world)
     sizes = (math.prod(shapes[name][1:]) * call.dtype_of(name).itemsize for name in _weights(call)[:-1])
