@@ -289,7 +289,7 @@ def parts(count):
 
 
 @triton.constexpr_function
-def vectors(ranks, cleared, twice=False, places=None):
+def vectors(ranks, cleared, twice=False, places=None, patience=0):
     """Polls 16 bytes of each rank but one until all words have arrived.
 
     Results: 4 words of each rank, and 0 or 1 more than the last rank of which words are missing. If words that arrive
@@ -300,6 +300,7 @@ def vectors(ranks, cleared, twice=False, places=None):
     With `places` [(operand, bytes behind it, number), ...] these are what it polls, and not ranks: those whose number
     is less than what else would be the rank to leave out. Operand 0 is the address, and the others, behind all
     operands, are more addresses.
+    It does not look before so many clock cycles (`patience`).
     """
     missing = 4 * ranks
     source, stride, wait, over, left_out, bit, base = (f"${missing + 1 + i}" for i in range(7))
@@ -317,6 +318,10 @@ def vectors(ranks, cleared, twice=False, places=None):
             lines += [f"setp.ne.s32 looks{rank}, {left_out}, {rank};"]
         else:
             lines += [f"setp.gt.s32 looks{rank}, {left_out}, {places[rank][2]};"]
+    if patience:
+        # Awake: asleep it took a microsecond of 200 more.
+        lines += ["mov.u32 least, %clock;", "EARLY:", "mov.u32 v, %clock;", "sub.u32 v, v, least;"]
+        lines += [f"setp.lt.u32 p, v, {patience};", "@p bra EARLY;"]
     lines += ["AGAIN:"]
     for rank in range(ranks):
         lines += [f"@looks{rank} ld.relaxed.sys.global.v4.b32 {{{', '.join(words[rank])}}}, [{at[rank]}];"]

@@ -701,7 +701,10 @@ def poll_vectors(
 
 
 @triton.jit
-def poll_places(me, source, PLACES: tl.constexpr, count, RANKS: tl.constexpr = None, mask=True, beside=None):
+def poll_places(
+    me, source, PLACES: tl.constexpr, count, RANKS: tl.constexpr = None, mask=True, beside=None,
+    PATIENCE: tl.constexpr = 0,
+):  # fmt: skip
     """Waits for messages (`send`), 4 of them next to each other at each of several places.
 
     Each thread polls its own, those of PLACES_TOGETHER places at a time.
@@ -715,6 +718,8 @@ def poll_places(me, source, PLACES: tl.constexpr, count, RANKS: tl.constexpr = N
         so.
       mask: which pointers to look at.
       beside: a block of pointers, if there are two.
+      PATIENCE: clock cycles before the first look, where nothing comes earlier: who polls holds up what it waits for,
+        and who has just looked learns of it a look later. A simulator has no clock, and looks at once.
 
     Returns: (for each place a block of i32 words, 4 times as long as `source`, with the lowest bits that they came
       with, and -1 for what did not come or was not waited for; for each PLACES_TOGETHER places a block of i32: 0, or 1
@@ -730,8 +735,9 @@ def poll_places(me, source, PLACES: tl.constexpr, count, RANKS: tl.constexpr = N
         more = source if beside is None else beside
         for begin in tl.static_range(0, COUNT, PLACES_TOGETHER):
             found, missing = _poll_some(
-                me, source, more, looks, over, count, _places_from(PLACES, begin), RANKS is None
-            )
+                me, source, more, looks, over, count, _places_from(PLACES, begin), RANKS is None,
+                PATIENCE if begin == 0 else 0,
+            )  # fmt: skip
             blocks, late = blocks + found, late + (missing,)
     else:
         for i in tl.static_range(COUNT):
@@ -744,11 +750,13 @@ def poll_places(me, source, PLACES: tl.constexpr, count, RANKS: tl.constexpr = N
 
 
 @triton.jit
-def _poll_some(me, source, beside, looks, over, count, PLACES: tl.constexpr, TWICE: tl.constexpr):
+def _poll_some(
+    me, source, beside, looks, over, count, PLACES: tl.constexpr, TWICE: tl.constexpr, PATIENCE: tl.constexpr
+):  # fmt: skip
     """What `poll_places` does of as many places as one loop polls."""
     COUNT: tl.constexpr = len(PLACES)
     found = tl.inline_asm_elementwise(
-        assembly.vectors(COUNT, False, TWICE, PLACES),
+        assembly.vectors(COUNT, False, TWICE, PLACES, PATIENCE),
         assembly.constraints(4 * COUNT + 1, "l", "r", "r", "r", "r", "r", "l", "l"),
         [source, looks, looks, over, count, _call_bit(me), me.base, beside],  # there is no stride
         dtype=_words(4 * COUNT + 1),

@@ -141,7 +141,7 @@ def receive_vectors(
 
 
 @gluon.jit
-def receive_own(me, source, COUNT: gl.constexpr, SIZE: gl.constexpr, there=True):
+def receive_own(me, source, COUNT: gl.constexpr, SIZE: gl.constexpr, there=True, PATIENCE: gl.constexpr = 0):
     """Waits for messages (`send`) from programs of this rank, of which others may wait for the same.
 
     Each thread polls some of its own, all at the same time. `report_own` has to follow. Who sends them may wait for a
@@ -152,11 +152,12 @@ def receive_own(me, source, COUNT: gl.constexpr, SIZE: gl.constexpr, there=True)
       COUNT: how many, next to each other, a multiple of 4.
       SIZE: of the result, a power of 2, COUNT or more.
       there: i1, whether there are any; if not, nothing is waited for.
+      PATIENCE: as `shmem.poll_places` takes it.
 
     Returns: (f32 [SIZE] in whatever layout, NaN for what did not come in time, behind COUNT, and if there are none;
       what did not come).
     """
-    found, late = _poll_pieces(me, source, COUNT, SIZE, 0, None, there)
+    found, late = _poll_pieces(me, source, COUNT, SIZE, 0, None, there, PATIENCE)
     pieces = ()
     for i in gl.static_range(len(found)):
         pieces = pieces + (_value_of(found[i]),)
@@ -164,7 +165,10 @@ def receive_own(me, source, COUNT: gl.constexpr, SIZE: gl.constexpr, there=True)
 
 
 @gluon.jit
-def receive_all(me, source, COUNT: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WORLD: gl.constexpr, there):
+def receive_all(
+    me, source, COUNT: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WORLD: gl.constexpr, there,
+    PATIENCE: gl.constexpr,
+):  # fmt: skip
     """Like `receive_own`, of COUNT messages from each rank, this one included. `report_own` has to follow.
 
     Args:
@@ -175,11 +179,14 @@ def receive_all(me, source, COUNT: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.
       and so on, with the lowest bits that they came with, and -1 for what did not come or is not there; what did not
       come).
     """
-    return _poll_pieces(me, source, COUNT, SIZE, STRIDE, WORLD, there)
+    return _poll_pieces(me, source, COUNT, SIZE, STRIDE, WORLD, there, PATIENCE)
 
 
 @gluon.jit
-def _poll_pieces(me, source, COUNT: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WORLD: gl.constexpr, there):
+def _poll_pieces(
+    me, source, COUNT: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WORLD: gl.constexpr, there,
+    PATIENCE: gl.constexpr,
+):  # fmt: skip
     """The words of messages in pieces, of which each thread has a vector: of the first piece those of all ranks, and so
     on. And what did not come. WORLD is None if they are all of this rank."""
     EACH: gl.constexpr = SIZE // pieces_of(SIZE, gl.num_warps())
@@ -187,7 +194,8 @@ def _poll_pieces(me, source, COUNT: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl
     USED: gl.constexpr = triton.cdiv(COUNT, EACH)
     vector = gl.arange(0, EACH // 4, vectors_of(1, gl.num_warps()))
     count = gl.where(4 * vector + (USED - 1) * EACH < COUNT, USED, USED - 1) * RANKS
-    return shmem.poll_places(me, source + 4 * vector, _pieces(USED, EACH, RANKS, STRIDE), count, WORLD, there)
+    PLACES: gl.constexpr = _pieces(USED, EACH, RANKS, STRIDE)
+    return shmem.poll_places(me, source + 4 * vector, PLACES, count, WORLD, there, PATIENCE=PATIENCE)
 
 
 @triton.constexpr_function

@@ -83,6 +83,7 @@ class Sizes(NamedTuple):
     MERGED: Any
     IN_FLIGHT: Any
     PACE: Any
+    PATIENCE: Any
     STREAM_TOLD: Any
     SUMS_TOLD: Any
     QUERIES_TOLD: Any
@@ -262,6 +263,7 @@ def decode_step_kernel(
     MERGED: gl.constexpr,  # columns of a head that a program merges at a time, a power of 2 that divides H
     IN_FLIGHT: gl.constexpr,  # blocks on their way into the ring at a time, at most
     PACE: gl.constexpr,  # cycles from one load to the next, at least
+    PATIENCE: gl.constexpr,  # cycles before a program looks for parts of sums that are told, or for the inner part
     STREAM_TOLD: gl.constexpr,  # all programs get the stream by messages, and `stream` is for a program's own rows
     SUMS_TOLD: gl.constexpr,  # all programs get the ranks' parts of sums by messages, and have the stream in registers
     QUERIES_TOLD: gl.constexpr,  # programs get queries, new keys and values by messages
@@ -275,7 +277,7 @@ def decode_step_kernel(
         LAYERS, B, TENSOR_CORES, ATTENTION_CORES, VECTORS, query_desc.dtype.primitive_bitwidth == 8, D, HEADS, KV_HEADS,
         H, F, V, SLOTS, PAGE, POOL, POSITIONS, ROTATED, EPS, PLUS_ONE, POST_NORMS, SCORE_SCALE, SCORE_SOFT_CAP,
         ACTIVATION, RESIDUAL_SCALE, LOGIT_SCALE, LOGIT_SOFT_CAP, WORLD, PROGRAMS, SPLITS, WORDS, MERGED, IN_FLIGHT,
-        PACE, STREAM_TOLD, SUMS_TOLD, QUERIES_TOLD, PARTS_TOLD, SUMS, WINDOW, TABLE,
+        PACE, PATIENCE, STREAM_TOLD, SUMS_TOLD, QUERIES_TOLD, PARTS_TOLD, SUMS, WINDOW, TABLE,
     )  # fmt: skip
     given = Given(
         query_desc, key_desc, value_desc, out_desc, gate_desc, up_desc, down_desc, unembed_desc, old_keys_desc,
@@ -367,7 +369,7 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
         position, held = phases.project(
             me, ring, position, given, kept, held if SUMS_TOLD else x, found, stream, layer, norms, times, factor, SIZES
         )  # fmt: skip
-        factor = phases.end(me, met, phase, SIZES.QUERIES_TOLD, factor, times, SIZES)
+        factor = phases.finish(me, met, phase, SIZES.QUERIES_TOLD, factor, times, SIZES)
         times = phases.times_of(results.times, layer, 1, SIZES)
         if SIZES.ATTENTION_CORES:
             position = attention_cores.attend(
@@ -377,7 +379,7 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
             position = attention.attend(
                 me, ring, position, given, kept, lengths, window, table, layer, factor, SIZES
             )  # fmt: skip
-        factor = phases.end(me, met, phase + 1, SIZES.PARTS_TOLD, factor, times, SIZES)
+        factor = phases.finish(me, met, phase + 1, SIZES.PARTS_TOLD, factor, times, SIZES)
         if phases.last_meeting_of(SIZES) and layer == SIZES.LAYERS - 1:
             shmem.arrive(me, met)  # it has read the cache, and left what is new
         phase -= SIZES.PARTS_TOLD
@@ -395,7 +397,7 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
         times = phases.times_of(results.times, layer, 3, SIZES)
         position, factor = phases.add(
             me, ring, position, given.out, phases.of_layer(given.out_scale, layer, SIZES.D), heads, x,
-            after_attention, told, sums, met, 2 * layer, phase + 2, times, factor, SIZES.HEADS * SIZES.H, SIZES,
+            after_attention, told, sums, met, 2 * layer, phase + 2, times, factor, SIZES.HEADS * SIZES.H, 0, SIZES,
         )  # fmt: skip
         times = phases.times_of(results.times, layer, 4, SIZES)
         hidden = kept.hidden + layer * (SIZES.B * SIZES.F)
@@ -410,7 +412,7 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
         times = phases.times_of(results.times, layer, 5, SIZES)
         position, factor = phases.add(
             me, ring, position, given.down, phases.of_layer(given.down_scale, layer, SIZES.D), hidden, later_stream,
-            after_mlp, told + NEXT, sums, met, 2 * layer + 1, phase + 3, times, factor, SIZES.F, SIZES,
+            after_mlp, told + NEXT, sums, met, 2 * layer + 1, phase + 3, times, factor, SIZES.F, SIZES.PATIENCE, SIZES,
         )  # fmt: skip
         x = last
     if phases.last_meeting_of(SIZES):

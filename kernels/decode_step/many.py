@@ -58,12 +58,12 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
         table = phases.of_each_layer(given.tables, layer, SIZES.TABLE)
         times = phases.times_of(results.times, layer, 0, SIZES)
         position = project(me, ring, position, given, kept, layer, times, factor, SIZES)
-        factor = phases.end(me, met, phase, SIZES.QUERIES_TOLD, factor, times, SIZES)
+        factor = phases.finish(me, met, phase, SIZES.QUERIES_TOLD, factor, times, SIZES)
         times = phases.times_of(results.times, layer, 1, SIZES)
         position = attention_cores.attend(
             me, ring, position, given, kept, lengths, window, table, layer, factor, SIZES
         )  # fmt: skip
-        factor = phases.end(me, met, phase + 1, SIZES.PARTS_TOLD, factor, times, SIZES)
+        factor = phases.finish(me, met, phase + 1, SIZES.PARTS_TOLD, factor, times, SIZES)
         phase -= SIZES.PARTS_TOLD
         times = phases.times_of(results.times, layer, 2, SIZES)
         if SIZES.PARTS_TOLD:

@@ -108,7 +108,7 @@ def last_meeting_of(sizes):
 
 
 @gluon.jit
-def end(me, met, phase, TOLD: gl.constexpr, factor, times, SIZES: gl.constexpr):
+def finish(me, met, phase, TOLD: gl.constexpr, factor, times, SIZES: gl.constexpr):
     """Ends a phase whose results are messages if they are told; else all programs of this rank meet.
 
     Returns: `factor`, as `meet` does.
@@ -210,7 +210,7 @@ def stream_of(me, desc, x, block, norms, there, after, factor, SIZES: gl.constex
     late, held = (), ()
     if SIZES.SUMS_TOLD:
         SCALE: gl.constexpr = 1.0 if SIZES.POST_NORMS else SIZES.RESIDUAL_SCALE
-        sums, late = rings.received_sums(me, desc, block, D, B, SIZES.WORLD, there)
+        sums, late = rings.received_sums(me, desc, block, D, B, SIZES.WORLD, there, SIZES.PATIENCE)
         if SIZES.POST_NORMS:
             sums = behind_norm(desc, sums, norms, SIZES)
         for i in gl.static_range(len(sums)):
@@ -435,7 +435,7 @@ def fetch_share(ring, position, desc, layer, COLUMNS: gl.constexpr, SIZES: gl.co
 @gluon.jit
 def add(
     me, ring, position, desc, scales, source, old, new, told, sums, met, which, phase, times, factor,
-    COLUMNS: gl.constexpr, SIZES: gl.constexpr,
+    COLUMNS: gl.constexpr, PATIENCE: gl.constexpr, SIZES: gl.constexpr,
 ):  # fmt: skip
     """new = old + scale * (product of `source`, summed over the ranks): the program's rows. Ends the phase.
 
@@ -452,6 +452,7 @@ def add(
       told: messages f32 [B, D], where the new one goes as well, if it is told; then nobody else reads `new`. Of sums
         that are told messages as `rings.received_sums` takes them.
       which: number of the sum in this call.
+      PATIENCE: cycles before it looks for `source`.
 
     Returns: (position, factor).
     """
@@ -474,7 +475,7 @@ def add(
     ALONE: gl.constexpr = WORLD == 1 and not SIZES.SUMS_TOLD
     if TWINS:
         before = gl.load(old + at, mask=inside & (not SIZES.POST_NORMS), other=0.0)  # before it is needed
-    vectors, missing = rings.received(me, desc, source, factor, COLUMNS, SIZES.B)
+    vectors, missing = rings.received(me, desc, source, factor, COLUMNS, SIZES.B, PATIENCE=PATIENCE)
     stamp(times, 0)
     box = shmem.messages(me, sums) + which * (WORLD * SIZES.WORDS)
     PORTION: gl.constexpr = portion_of(D, desc, gl.num_warps(), 1, SIZES, UNIT)
@@ -499,7 +500,7 @@ def add(
             send(me, box, first * (VECTORS * ROWS) + place, gl.where(there, products, 0.0), sent, SIZES)
     rings.report(me, desc, source, missing, COLUMNS, SIZES.B)
     if not TWINS:
-        factor = end(me, met, phase, SIZES.STREAM_TOLD or SIZES.SUMS_TOLD, factor, times, SIZES)
+        factor = finish(me, met, phase, SIZES.STREAM_TOLD or SIZES.SUMS_TOLD, factor, times, SIZES)
     else:
         stamp(times, 1)
         begin, end = first * (VECTORS * ROWS) // 4, (first + count) * (VECTORS * ROWS) // 4

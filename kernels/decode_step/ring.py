@@ -398,11 +398,14 @@ def gains_of(desc, gain_ptr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def received(me, desc, source, factor, COLUMNS: gl.constexpr, B: gl.constexpr, there=True):
+def received(
+    me, desc, source, factor, COLUMNS: gl.constexpr, B: gl.constexpr, there=True, PATIENCE: gl.constexpr = 0
+):  # fmt: skip
     """Vectors f32 [B, COLUMNS] times `factor`, as `multiply` takes them, of messages from programs of this rank.
 
     Args:
       there: i1, whether there are any; if not, nothing is waited for, and they are NaN.
+      PATIENCE: as `shmem.poll_places` takes it, of the first part.
 
     Returns: (of each vector one part after the other, for `report` what did not come).
     """
@@ -411,7 +414,8 @@ def received(me, desc, source, factor, COLUMNS: gl.constexpr, B: gl.constexpr, t
     vectors, reports = (), ()
     for i in gl.static_range(B * CHUNKS):
         part, late = shmem.receive_own(
-            me, source + message_of(i, COLUMNS, desc), messages_of(i, COLUMNS, desc), WIDTH, there
+            me, source + message_of(i, COLUMNS, desc), messages_of(i, COLUMNS, desc), WIDTH, there,
+            PATIENCE if i == 0 else 0,
         )  # fmt: skip
         vectors = vectors + (in_columns(desc, i, part, COLUMNS) * factor,)
         reports = reports + (late,)
@@ -436,7 +440,9 @@ def report(me, desc, source, reports, COLUMNS: gl.constexpr, B: gl.constexpr):
 
 
 @gluon.jit
-def received_sums(me, desc, source, COLUMNS: gl.constexpr, B: gl.constexpr, WORLD: gl.constexpr, there):
+def received_sums(
+    me, desc, source, COLUMNS: gl.constexpr, B: gl.constexpr, WORLD: gl.constexpr, there, PATIENCE: gl.constexpr
+):  # fmt: skip
     """The same of sums over the ranks, of messages [WORLD, B, COLUMNS / 2] from programs of all of them: four words for
     eight columns, as `packed.py` makes them.
 
@@ -447,7 +453,8 @@ def received_sums(me, desc, source, COLUMNS: gl.constexpr, B: gl.constexpr, WORL
     for i in gl.static_range(B * chunks_of(COLUMNS, desc)):
         at = source + message_of(i, COLUMNS, desc) // 2
         found, late = shmem.receive_all(
-            me, at, messages_of(i, COLUMNS, desc) // 2, WIDTH // 2, B * COLUMNS // 2, WORLD, there
+            me, at, messages_of(i, COLUMNS, desc) // 2, WIDTH // 2, B * COLUMNS // 2, WORLD, there,
+            PATIENCE if i == 0 else 0,
         )  # fmt: skip
         pieces = ()
         for piece in gl.static_range(len(found) // WORLD):

@@ -101,6 +101,15 @@ def test_a_thread_polls_all_of_its_messages_at_once(batch, polled):
     assert [poll.count("ld.relaxed") for poll in polls] == polled
 
 
+def test_patience_is_for_sums_and_the_inner_part():
+    """A thread looks for these behind so many cycles: before queries, the gate and the logits, and before `down`."""
+    model = DecoderSpec(layers=8, d_model=4096, heads=8, kv_heads=2, head_dim=128, d_mlp=3584, vocab=32064)
+    ptx = launch_of(lowered(model, 2, 1, patience=1234))[PTX].decode()
+    code = re.sub(r"\t\.loc\s.*\n", "", ptx)
+    polls = re.findall(r"(setp\.lt\.u32 p, v, 1234;\n@p bra EARLY;\n)?AGAIN:\n@looks0 ld\.relaxed", code)
+    assert [bool(patient) for patient in polls] == [True, False, False, False, True, True, True]
+
+
 @pytest.mark.parametrize(("rows", "groups"), [(2, 64), (16, 8), (4, 32), (128, 1)])
 def test_no_three_threads_read_sums_from_one_bank(rows, groups):
     """Of the 8 threads that shared memory serves at a time. Blocks are those of 8B's share of eight, and one more."""

@@ -529,7 +529,10 @@ def test_what_cannot_be_told():
     assert of(call, tensor_cores=True, attention_cores=True, tell_sums=True) == [
         "with tell_sums it takes products in registers"
     ]
-    assert of(call, tensor_cores=True, attention_cores=True, pace=1) == ["pace is for products in registers"]
+    assert of(call, tensor_cores=True, attention_cores=True, pace=1, patience=1) == [
+        "pace is for products in registers",
+        "patience is for products in registers",
+    ]
     narrow = tuple(Eight(name=name, dtype="int8", scales="row") for name in call.model.matrices if name != "unembed")
     assert of(dataclasses.replace(call, eight=narrow), tell_sums=True) == [
         "with tell_sums it takes layers and an unembedding of 8 bits, or neither"

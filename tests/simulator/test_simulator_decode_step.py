@@ -255,8 +255,9 @@ NOBODY_MEETS = {
     "parts of heads alone are messages": Step(
         lengths=(3, 17), layers=2, config=(("tell_parts", True), *ATTENTION, ("splits", 2))
     ),
-    "nobody meets, heads in forty parts, a load of the next in 300 cycles": Step(
-        lengths=(20,), layers=2, config=(*PARTS, *SUMS, ("splits", 40), ("programs", 5), ("pace", 300))
+    "nobody meets, heads in forty parts, a load of the next in 300 cycles, a look behind 200": Step(
+        lengths=(20,), layers=2,
+        config=(*PARTS, *SUMS, ("splits", 40), ("programs", 5), ("pace", 300), ("patience", 200))
     ),
     "nobody meets, qwen 3 with a window, eight heads of a key, heads of 128": Step(
         family="qwen3-8b", lengths=(19, 0), group=8, changes=(("head_dim", 128), ("windows", (9,))),
@@ -390,8 +391,8 @@ class Mutant:
 
 TOO_EARLY = (DataRaceError, UninitializedReadError)
 MEET = "factor = phases.meet(me, met, phase{}, factor, times, SIZES)\n"
-END_PROJECT = "factor = phases.end(me, met, phase, SIZES.QUERIES_TOLD, factor, times, SIZES)\n"
-END_ATTEND = "factor = phases.end(me, met, phase + 1, SIZES.PARTS_TOLD, factor, times, SIZES)\n"
+END_PROJECT = "factor = phases.finish(me, met, phase, SIZES.QUERIES_TOLD, factor, times, SIZES)\n"
+END_ATTEND = "factor = phases.finish(me, met, phase + 1, SIZES.PARTS_TOLD, factor, times, SIZES)\n"
 ALONE = "shmem.arrive(me, met)\n"
 AWAIT = "factor = await_all(me, met, phase, factor, times, SIZES)\n    return position, factor\n"
 TELLS = "            shmem.send(me, told + at, before + total * SCALE, me.rank, inside)\n"

@@ -129,6 +129,8 @@ class Config(Settings):
         least, so that one comes while the next one is asked for (docs/experiments.md).
       pace: clock cycles of a multiprocessor from one such load to the next at least, in all layers but not before the
         logits. Who sends and polls messages is faster beside a memory that is not full. 0: none.
+      patience: clock cycles for which a program does not look for parts of sums that are told, or for the inner part of
+        an MLP: who polls holds up what it waits for, and who has just looked learns of it a look later. 0: none.
       times: whether the kernel has one more result, i32 [programs, layers + 1, 6, 4]: when each program came to which
         place of each phase, in nanoseconds modulo 2**32. `phases.stamp` of the kernel says to which.
     """
@@ -146,4 +148,5 @@ class Config(Settings):
     num_warps: int = setting(8, least=4, most=16, power_of_2=True)
     in_flight: int = setting(2, least=1, most=32)
     pace: int = setting(0, least=0, most=1 << 16)
+    patience: int = setting(0, least=0, most=1 << 16)
     times: bool = False

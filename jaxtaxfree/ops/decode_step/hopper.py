@@ -254,8 +254,9 @@ class Hopper(Variant[Call]):
         reasons += refused_pages(call, config)
         if config.tell_queries:
             reasons += refused_messages(call, config)
-        if config.pace and config.tensor_cores:
-            reasons.append("pace is for products in registers")
+        if config.tensor_cores:
+            given = [name for name in ("pace", "patience") if getattr(config, name)]
+            reasons += [f"{name} is for products in registers" for name in given]
         if config.tell_parts:
             reasons += refused_parts(config)
         if config.tell_sums:
@@ -411,6 +412,7 @@ class Hopper(Variant[Call]):
             "SPLITS": config.splits,
             "IN_FLIGHT": min(config.in_flight, config.num_stages),
             "PACE": config.pace,
+            "PATIENCE": config.patience,
             "STAGE": config.stage,
             "STAGES": config.num_stages,
             "MERGED": config.merged,
@@ -501,7 +503,7 @@ class Hopper(Variant[Call]):
             *([] if config.tell_parts else each("merged", 4, 16, 32)),
             *([] if config.tensor_cores else [{"attention_cores": not config.attention_cores}]),
             *({told: False} for told in ("tell_queries", "tell_parts", "tell_sums") if getattr(config, told)),
-            *([] if config.tensor_cores else each("pace", 700, 850, 1000)),
+            *([] if config.tensor_cores else [*each("pace", 700, 850, 1000), *each("patience", 800, 1000)]),
             *each("splits", config.splits // 2),
             *(
                 {"stage": stage, "num_stages": (192 << 10) // (2 * stage), "in_flight": _in_flight(call, stage)}
