@@ -221,7 +221,7 @@ def test_sentences_are_what_was_measured():
     ) in text
     whole = medians("steps-2026-11-28-4xh200/whole.json", b=1)
     assert f"layers of Llama 3 8B take {whole['fused']:.0f}, by XLA {fastest(whole, 'xla'):.0f} " in text
-    of_several = f"share of four take {several['fused']:.0f}, by XLA {fastest(several, 'xla'):.0f} "
+    of_several = f"share of two take {several['fused']:.0f}, by XLA {fastest(several, 'xla'):.0f} "
     assert of_several in text
     assert (
         f"A call that is waited for took {waited['fused']:.0f} and {again['fused']:.0f} in two runs, by XLA "
