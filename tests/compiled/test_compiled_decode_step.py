@@ -20,6 +20,8 @@ from tests.helpers.support import Compiled, lower_for_cuda, mesh_of, sharded, so
 
 SLOTS = 8192
 CACHE = P(None, None, "tp")
+# Llama 3 8B's share of eight GPUs, of two of them.
+SHARE_OF_8B = DecoderSpec(layers=8, d_model=4096, heads=8, kv_heads=2, head_dim=128, d_mlp=3584, vocab=32064)
 
 
 def lowered(
@@ -95,16 +97,14 @@ def test_a_share_of_llama_3_8b(world, eight):
 @pytest.mark.parametrize(("batch", "polled"), [(1, [4, 2, 8, 1, 4, 2, 4]), (4, [2, 4, 2, 2])])
 def test_a_thread_polls_all_of_its_messages_at_once(batch, polled):
     """Each poll is one loop, and none follows another one: two would take two ways to the L2 cache."""
-    model = DecoderSpec(layers=8, d_model=4096, heads=8, kv_heads=2, head_dim=128, d_mlp=3584, vocab=32064)
-    ptx = launch_of(lowered(model, 2, batch))[PTX].decode()
+    ptx = launch_of(lowered(SHARE_OF_8B, 2, batch))[PTX].decode()
     polls = re.findall(r"AGAIN:\n((?:@looks\d+ ld\.relaxed\.sys\.global\.v4\.b32 .*\n)+)", ptx)
     assert [poll.count("ld.relaxed") for poll in polls] == polled
 
 
 def test_patience_is_for_sums_and_the_inner_part():
     """A thread looks for these behind so many cycles: before queries, the gate and the logits, and before `down`."""
-    model = DecoderSpec(layers=8, d_model=4096, heads=8, kv_heads=2, head_dim=128, d_mlp=3584, vocab=32064)
-    ptx = launch_of(lowered(model, 2, 1, patience=1234))[PTX].decode()
+    ptx = launch_of(lowered(SHARE_OF_8B, 2, 1, patience=1234))[PTX].decode()
     code = re.sub(r"\t\.loc\s.*\n", "", ptx)
     polls = re.findall(r"(setp\.lt\.u32 p, v, 1234;\n@p bra EARLY;\n)?AGAIN:\n@looks0 ld\.relaxed", code)
     assert [bool(patient) for patient in polls] == [True, False, False, False, True, True, True]
@@ -174,8 +174,7 @@ def test_the_launch_that_loads_the_module_has_the_same_code():
 @pytest.mark.parametrize("eight", [None, "int8", "float8_e4m3fn"])
 def test_sixteen_sequences(eight):
     """By tensor cores: their operands come as they are taken, and stages go back behind a fence."""
-    model = DecoderSpec(layers=8, d_model=4096, heads=8, kv_heads=2, head_dim=128, d_mlp=3584, vocab=32064)
-    kernel = launch_of(lowered(model, 2, 16, eight))
+    kernel = launch_of(lowered(SHARE_OF_8B, 2, 16, eight))
     code = Compiled(kernel[PTX].decode(), kernel[SHARED], (), {})
     assert code.shared <= SHARED_MEMORY[90]
     assert spilled_bytes(ptxas_report(code)) <= (24 if eight else 0)  # for the end, and for a layer's attention
@@ -198,8 +197,7 @@ def test_sixteen_sequences(eight):
 @pytest.mark.parametrize("batch", [3, 4])
 def test_several_sequences_of_eight_bits(batch):
     """What is spilled is so at the beginning, for the end: 40 bytes."""
-    model = DecoderSpec(layers=8, d_model=4096, heads=8, kv_heads=2, head_dim=128, d_mlp=3584, vocab=32064)
-    kernel = launch_of(lowered(model, 2, batch, "int8"))
+    kernel = launch_of(lowered(SHARE_OF_8B, 2, batch, "int8"))
     code = Compiled(kernel[PTX].decode(), kernel[SHARED], (), {})
     assert code.shared <= SHARED_MEMORY[90]
     assert local_memory(code.ptx) == []
@@ -223,9 +221,8 @@ def test_a_cache_of_eight_bits(batch, of_cache, eight):
     What is spilled is so at the beginning, for the end: 24 bytes, and 40 where weights and cache are int8. One sequence
     with a cache of int8 alone puts three more numbers aside: 48.
     """
-    model = DecoderSpec(layers=8, d_model=4096, heads=8, kv_heads=2, head_dim=128, d_mlp=3584, vocab=32064)
     registers = {"tensor_cores": False, "attention_cores": False}
-    kernel = launch_of(lowered(model, 2, batch, eight, of_cache, **registers))
+    kernel = launch_of(lowered(SHARE_OF_8B, 2, batch, eight, of_cache, **registers))
     code = Compiled(kernel[PTX].decode(), kernel[SHARED], (), {})
     assert ("prmt.b32 y, x, 0x4b000000" in code.ptx) == ("int8" in (of_cache, eight))
     assert not re.findall(r"cvt\.rn\.f32\.[su]\d", re.sub(r"cvt\.rn\.f32\.[su]32", "", code.ptx))
@@ -247,8 +244,7 @@ def test_a_cache_of_eight_bits(batch, of_cache, eight):
 )
 def test_a_cache_of_eight_bits_by_tensor_cores(batch, of_cache, page):
     """Words of two numbers are loaded as numbers of 16 bits are, and widened to the operands of four products each."""
-    model = DecoderSpec(layers=8, d_model=4096, heads=8, kv_heads=2, head_dim=128, d_mlp=3584, vocab=32064)
-    kernel = launch_of(lowered(model, 2, batch, None, of_cache, page, tensor_cores=True))
+    kernel = launch_of(lowered(SHARE_OF_8B, 2, batch, None, of_cache, page, tensor_cores=True))
     code = Compiled(kernel[PTX].decode(), kernel[SHARED], (), {})
     assert code.shared <= SHARED_MEMORY[90]
     assert local_memory(code.ptx) == []
@@ -288,8 +284,7 @@ def test_a_cache_in_pages(batch, page, of_cache):
 
     Four sequences in registers, in pages of 8, put three numbers aside: 12 bytes of stores, of loads, and their stack.
     """
-    model = DecoderSpec(layers=8, d_model=4096, heads=8, kv_heads=2, head_dim=128, d_mlp=3584, vocab=32064)
-    kernel = launch_of(lowered(model, 2, batch, None, of_cache, page))
+    kernel = launch_of(lowered(SHARE_OF_8B, 2, batch, None, of_cache, page))
     code = Compiled(kernel[PTX].decode(), kernel[SHARED], (), {})
     assert code.shared <= SHARED_MEMORY[90]
     assert local_memory(code.ptx) == []
