@@ -205,7 +205,10 @@ def _pieces(pieces, size, ranks, stride):
 
 
 @gluon.jit
-def receive_pairs(me, source, beside, count, PLACES: gl.constexpr, STRIDE: gl.constexpr, STEP: gl.constexpr):
+def receive_pairs(
+    me, source, beside, count, PLACES: gl.constexpr, STRIDE: gl.constexpr, STEP: gl.constexpr,
+    PATIENCE: gl.constexpr,
+):  # fmt: skip
     """Waits for messages (`send`) of this rank at so many places behind each of two pointers, all at once.
 
     There are 4 at each place. Otherwise it is like `receive_own`. `report_pairs` has to follow.
@@ -215,11 +218,14 @@ def receive_pairs(me, source, beside, count, PLACES: gl.constexpr, STRIDE: gl.co
         ones are polled when those before have come, which takes a way to the L2 cache each.
       count: i32 block: for how many of PLACES to wait.
       STRIDE, STEP: words from such a place to the next one.
+      PATIENCE: as `shmem.poll_places` takes it.
 
     Returns: (for each place f32, 4 for each pointer of `source`, one behind the other; the same of `beside`; what did
       not come).
     """
-    found, late = shmem.poll_places(me, source, _pairs(PLACES, STRIDE, STEP), count, beside=beside)
+    found, late = shmem.poll_places(
+        me, source, _pairs(PLACES, STRIDE, STEP), count, beside=beside, PATIENCE=PATIENCE
+    )  # fmt: skip
     at_source, at_beside = (), ()
     for i in gl.static_range(PLACES):
         at_source = at_source + (_value_of(found[2 * i]),)

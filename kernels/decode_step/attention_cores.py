@@ -179,7 +179,8 @@ def received(me, ring, source, head, count, SIZES: gl.constexpr):
     sources = rows + column
     # A thread polls both at once: one behind the other they take a way to the L2 cache each.
     values, partners, late = shmem.receive_pairs(
-        me, sources, rows + attention.partner_of(column, SIZES), (row < count).to(gl.int32), 1, 0, 0
+        me, sources, rows + attention.partner_of(column, SIZES), (row < count).to(gl.int32), 1, 0, 0,
+        phases.patience_within(SIZES),
     )  # fmt: skip
     both = ring.sums.reinterpret(gl.float32, [2 * ROWS // HELD, HELD * H], LINE)
     both.index(0).store(values[0])
@@ -474,7 +475,8 @@ def merge(me, kept, heads, layer, factor, SIZES: gl.constexpr):
         accs = kept.accs + (item * G + head % G) * H + column
         tops = kept.tops + (item * EACH + head % G // 2 * 2) * 2
         parts, pairs, late = shmem.receive_pairs(
-            me, accs, tops, gl.where(column < H, count, 0), PLACES, 32 * G * H, 64 * EACH
+            me, accs, tops, gl.where(column < H, count, 0), PLACES, 32 * G * H, 64 * EACH,
+            phases.patience_within(SIZES),
         )  # fmt: skip
         top, total = (), ()
         highest = gl.full([WARPS, 32], float("-inf"), gl.float32, gl.SliceLayout(2, WORDS))

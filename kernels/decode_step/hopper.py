@@ -263,7 +263,7 @@ def decode_step_kernel(
     MERGED: gl.constexpr,  # columns of a head that a program merges at a time, a power of 2 that divides H
     IN_FLIGHT: gl.constexpr,  # blocks on their way into the ring at a time, at most
     PACE: gl.constexpr,  # cycles from one load to the next, at least
-    PATIENCE: gl.constexpr,  # cycles before a program looks for parts of sums that are told, or for the inner part
+    PATIENCE: gl.constexpr,  # cycles before a program looks for told sums or the inner part, see `patience_within`
     STREAM_TOLD: gl.constexpr,  # all programs get the stream by messages, and `stream` is for a program's own rows
     SUMS_TOLD: gl.constexpr,  # all programs get the ranks' parts of sums by messages, and have the stream in registers
     QUERIES_TOLD: gl.constexpr,  # programs get queries, new keys and values by messages
@@ -397,7 +397,8 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
         times = phases.times_of(results.times, layer, 3, SIZES)
         position, factor = phases.add(
             me, ring, position, given.out, phases.of_layer(given.out_scale, layer, SIZES.D), heads, x,
-            after_attention, told, sums, met, 2 * layer, phase + 2, times, factor, SIZES.HEADS * SIZES.H, 0, SIZES,
+            after_attention, told, sums, met, 2 * layer, phase + 2, times, factor, SIZES.HEADS * SIZES.H,
+            phases.patience_within(SIZES), SIZES,
         )  # fmt: skip
         times = phases.times_of(results.times, layer, 4, SIZES)
         hidden = kept.hidden + layer * (SIZES.B * SIZES.F)

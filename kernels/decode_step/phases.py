@@ -432,6 +432,12 @@ def fetch_share(ring, position, desc, layer, COLUMNS: gl.constexpr, SIZES: gl.co
     return position
 
 
+@triton.constexpr_function
+def patience_within(sizes):
+    """Cycles before a program looks for what attention's phases send each other, which have less to do than others."""
+    return sizes.PATIENCE // 3
+
+
 @gluon.jit
 def add(
     me, ring, position, desc, scales, source, old, new, told, sums, met, which, phase, times, factor,
