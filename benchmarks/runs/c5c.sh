@@ -1,0 +1,3 @@
+export XLA_PYTHON_CLIENT_PREALLOCATE=false
+timeout -k 5 165 python3 -u benchmarks/run.py decode_step --world 4 --modes sustained --seconds-per-shape 2 --shapes 16,2048,32,4096,32,8,128,14336,128256 --implementations fused fused/operations xla_heads_cudnn/graph_symmetric --commit $COMMIT --json $RES/whole16.json > $RES/whole16.txt 2>&1
+echo rc=$?; grep -a -E "checked and right|refused|rror|wrong|left out|ended early" $RES/whole16.txt | cut -c1-300 | head -n 12;  grep -a "|" $RES/whole16.txt | cut -c1-200

@@ -1,0 +1,8 @@
+export XLA_PYTHON_CLIENT_PREALLOCATE=false
+s=$(date +%s)
+timeout -k 5 75 python3 -u benchmarks/run.py decode_step --world 2 --modes sustained --seconds-per-shape 2 --shapes 16,4096,8,8192,64,8,128,28672,12800 --implementations fused xla_heads_cudnn/graph_symmetric --commit ${COMMIT:?} --json $RES/sixteen.json > $RES/sixteen.txt 2>&1
+grep -a -E "refused|rror|left out|checked and right" $RES/sixteen.txt | cut -c1-200 | head -n 5; grep -a "^|" $RES/sixteen.txt | cut -c1-200; echo "-- at $(( $(date +%s)-s ))"
+timeout -k 5 48 python3 -u benchmarks/run.py decode_step --world 2 --modes calls waited --seconds-per-shape 1 --shapes 1,8192,8,4096,8,2,128,3584,32064 --implementations fused xla_step/graph --commit ${COMMIT:?} --json $RES/waited.json > $RES/waited.txt 2>&1
+grep -a -E "refused|rror|left out|checked and right" $RES/waited.txt | cut -c1-200 | head -n 5; grep -a "^|" $RES/waited.txt | cut -c1-200;  echo "-- at $(( $(date +%s)-s ))"
+T=tests/gpu/test_gpu_decode_step.py; export XLA_FLAGS=--xla_gpu_autotune_level=0
+timeout -k 5 185 python3 -u -m pytest -p no:cacheprovider -v -m "not soak" --durations=15 "$T::test_parity[2]" "$T::test_parity_in_eight_bits[2-hopper]" "$T::test_parity_with_a_cache_in_pages[2-hopper]" "$T::test_parity_of_full_layers" "$T::test_repetitions_are_bitwise_equal[2]" "$T::test_parity_with_a_cache_of_eight_bits[2-hopper]" "$T::test_longer_programs[2-check_growing]" $T::test_a_loop_copies_nothing "$T::test_parity[1]" "$T::test_parity_in_eight_bits[1-hopper]" "$T::test_parity_with_a_cache_in_pages[1-hopper]" > $RES/tests.txt 2>&1; grep -a -E "PASSED|FAILED|SKIPPED|ERROR|passed|failed|s call" $RES/tests.txt | cut -c1-160; echo "-- at $(( $(date +%s)-s ))"

@@ -1,0 +1,2 @@
+#!/bin/bash
+SIDE=lhs bash benchmarks/runs/tokgrad.sh

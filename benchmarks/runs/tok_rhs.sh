@@ -1,0 +1,2 @@
+#!/bin/bash
+SIDE=rhs bash benchmarks/runs/tokgrad.sh

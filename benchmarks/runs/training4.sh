@@ -1,0 +1,2 @@
+export XLA_PYTHON_CLIENT_PREALLOCATE=false
+timeout -k 5 ${LIMIT:-262} python3 -m tests.helpers.training --steps 10000 --seconds ${STEPS_SECONDS:-130} --only "one process, 2 x 2" > $RES/training.txt 2>&1; echo rc=$?; tail -n 12 $RES/training.txt | cut -c1-300

@@ -1,0 +1,1 @@
+EXP_WORLD=1 timeout -k 5 140 python3 benchmarks/runs/exp.py several --seconds 130 > $RES/several.txt 2>&1; grep -A50 "of each form" $RES/several.txt | cut -c1-150; grep -E "WRONG|Error" $RES/several.txt | cut -c1-300 | head -5

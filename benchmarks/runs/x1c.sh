@@ -1,0 +1,1 @@
+EXP_WORLD=1 timeout -k 5 125 python3 benchmarks/runs/exp.py tiled --seconds 115 > $RES/tiled.txt 2>&1; grep -A60 "of each form" $RES/tiled.txt | cut -c1-150; grep -E "WRONG|Error" $RES/tiled.txt | cut -c1-300 | head -5

@@ -1,0 +1,1 @@
+EXP_WORLD=1 timeout -k 5 85 python3 benchmarks/runs/exp.py tiled2 --seconds 78 > $RES/tiled2.txt 2>&1; grep -A60 "of each form" $RES/tiled2.txt | grep -v xla | cut -c1-150; grep -E "WRONG|Error" $RES/tiled2.txt | cut -c1-300 | head -5
