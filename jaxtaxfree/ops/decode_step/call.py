@@ -130,8 +130,8 @@ class Config(Settings):
       pace: clock cycles of a multiprocessor from one such load to the next at least, in all layers but not before the
         logits. Who sends and polls messages is faster beside a memory that is not full. 0: none.
       patience: clock cycles for which a program does not look for parts of sums that are told, or for the inner part of
-        an MLP, and three times as long as for queries, parts of heads, and heads: who polls holds up what it waits for,
-        and who has just looked learns of it a look later. 0: none.
+        an MLP, and a third of them in which it does not look for queries, parts of heads, or heads: who polls holds up
+        what it waits for, and who has just looked learns of it a look later. 0: none.
       times: whether the kernel has one more result, i32 [programs, layers + 1, 6, 4]: when each program came to which
         place of each phase, in nanoseconds modulo 2**32. `phases.stamp` of the kernel says to which.
     """
