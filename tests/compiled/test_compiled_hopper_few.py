@@ -138,7 +138,7 @@ def requests(ptx: str) -> int:
 LIKE_OTHERS = (
     *("pair", "128-rows-epilogue", "160-rows-2-ranks", "192-rows-epilogue", "192-rows-float32"),
     *("256-rows", "256-rows-2-ranks", "256-rows-8-ranks", "512-rows", "2-ranks", "float32-result"),
-    *("128-rows-pair", "256-rows-float32", "384-rows-epilogue"),
+    *("128-rows-pair", "256-rows-pair", "384-rows-pair", "256-rows-float32", "384-rows-epilogue"),
 )
 
 

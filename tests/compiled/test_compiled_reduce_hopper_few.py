@@ -114,6 +114,7 @@ LIKE_OTHERS = (
     *("scattered-192-rows-2-ranks", "scattered-256-rows", "scattered-256-rows-exact", "scattered-512-rows"),
     *("scattered-128-rows", "scattered-384-rows-2-ranks", "16-rows-more-tiles", "128-rows-epilogue"),
     *("160-rows-2-ranks", "256-rows", "wide"),
+    *("scattered-256-rows-2-ranks", "256-rows-epilogue", "128-rows-more-tiles-epilogue", "scattered-144-rows-epilogue"),
     "scattered-144-rows-e4m3-weights-blocks",
 )
 

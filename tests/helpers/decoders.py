@@ -1,10 +1,12 @@
 """Published decoders as `DecoderSpec`s, small ones of the same families, and a decoder in float64 that knows no JAX."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 
@@ -89,17 +91,24 @@ def in_eight_bits(
       blocks: whether blocks have scales, or rows.
     """
     params, wide = dict(params), dict(params)
-    for name in spec.matrices:
-        at = next((axis for axis, of in enumerate(sharded[name]) if of is not None), None)
+    axes = {name: next((i for i, of in enumerate(sharded[name]) if of is not None), None) for name in spec.matrices}
+    parts = {name: [params[name]] if at is None else np.split(params[name], world, at) for name, at in axes.items()}
+    for name, quantized in _quantized(parts, dtype, (128, 128) if blocks else (1, -1)).items():
         found = []
-        for part in [params[name]] if at is None else np.split(params[name], world, at):
-            values, scales = map(np.asarray, quantize(part, dtype, block=(128, 128) if blocks else (1, -1)))
-            repeats = (128, 128) if blocks else (1, part.shape[-1])
-            each = scales.repeat(repeats[0], -2).repeat(repeats[1], -1)[..., : part.shape[-2], : part.shape[-1]]
+        for values, scales in quantized:
+            values, scales = np.asarray(values), np.asarray(scales)
+            repeats = (128, 128) if blocks else (1, values.shape[-1])
+            each = scales.repeat(repeats[0], -2).repeat(repeats[1], -1)[..., : values.shape[-2], : values.shape[-1]]
             found.append((values, scales, values.astype(np.float32) * each))
-        joined = [parts[0] if at is None else np.concatenate(parts, at) for parts in zip(*found, strict=True)]
+        at = axes[name]
+        joined = [of[0] if at is None else np.concatenate(of, at) for of in zip(*found, strict=True)]
         params[name], params[f"{name}_scale"], wide[name] = joined
     return params, wide
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))  # else XLA compiles each operation for each shape
+def _quantized(parts: dict[str, list], dtype: str, block: tuple[int, int]) -> dict[str, list]:
+    return {name: [quantize(part, dtype, block=block) for part in of] for name, of in parts.items()}
 
 
 def rotary_tables(spec: DecoderSpec, positions: int) -> tuple[np.ndarray, np.ndarray]:

@@ -156,6 +156,7 @@ def whole_cache(model: models.Model, steps: int) -> list[np.ndarray]:
     return [x[:, b, :, : length + steps] for x in found for b, length in enumerate(lengths)]
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("cache_dtype", ["int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("cache", ["heads", "sequence", "pages"])
 def test_a_cache_of_eight_bits(monkeypatch, cache, cache_dtype):

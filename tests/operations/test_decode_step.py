@@ -624,6 +624,7 @@ def test_every_family_in_eight_bits(family, world, dtype, blocks):
     np.testing.assert_allclose(logits, expected, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("dtype", [INT8, E4M3])
 @pytest.mark.parametrize(
     "world, blocks, by_operations",

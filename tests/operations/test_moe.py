@@ -468,8 +468,8 @@ def test_columns_lowered_for_cuda(shared: bool) -> None:
 def _narrow(w: np.ndarray, dtype: str, scales: str, transposed: bool) -> tuple[jax.Array, jax.Array, np.ndarray]:
     """Weights of 8 bits, their scales, and f64 of what both are, [E, rows, columns]."""
     block = {"columns": (-1, 1), "blocks": (128, 128)}[scales]
-    values, scale = jax.vmap(lambda each: jtf.quantize(each, dtype, block=block))(jnp.asarray(w))
-    wide = np.asarray(jax.vmap(jtf.dequantize)(values, scale), np.float64)
+    values, scale = jax.jit(jax.vmap(lambda each: jtf.quantize(each, dtype, block=block)))(w)
+    wide = np.asarray(jax.jit(jax.vmap(jtf.dequantize))(values, scale), np.float64)
     return (values.swapaxes(1, 2), scale.swapaxes(1, 2), wide) if transposed else (values, scale, wide)
 
 
@@ -545,7 +545,7 @@ def test_rows_of_8_bits_travel_as_such(k: int) -> None:
 
     def gradients(quantize_rows: str | None, ct: jax.Array) -> Any:
         of = lambda x, weights: run(quantize_rows)(arrays | {"x": x, "weights": weights})  # noqa: E731
-        return jax.vjp(of, arrays["x"], arrays["weights"])[1](ct)
+        return jax.jit(lambda *primals: jax.vjp(of, *primals)[1](ct))(arrays["x"], arrays["weights"])
 
     ct = draw.normal(size=arrays["x"].shape).astype(np.float32)
     for found, expected in zip(gradients("row", ct), gradients(None, ct)):

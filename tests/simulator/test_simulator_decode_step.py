@@ -995,9 +995,10 @@ def kernel_of(mutant: Mutant, folder: Path) -> Any:
 def test_the_fault_is_found(name, tmp_path):
     mutant = MUTANTS[name]
     kernel = kernel_of(mutant, tmp_path)
-    for seed in range(20):
+    # One call finds most, in a third of the time.
+    for seed, calls in ((0, 1), *((seed, 3) for seed in range(20))):
         try:
-            mutant.step.run(kernel, calls=3, **settings_of(seed))
+            mutant.step.run(kernel, calls=calls, **settings_of(seed))
         except (simulator.SimulationError, AssertionError) as error:
             assert isinstance(error, mutant.errors), f"found as {type(error).__name__}: {error}"
             return
