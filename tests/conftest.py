@@ -9,7 +9,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 import hypothesis
 import jax
@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from tests.helpers import compiling, rehearsal
-from tests.helpers.covering import covering
+from tests.helpers.covering import covering, spread
 
 CPU_DEVICES = 8
 
@@ -50,6 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--rehearse", choices=("run", "compile"),
         help="run tests of GPUs without GPUs, or compile their kernels: see tests/helpers/rehearsal.py",
     )  # fmt: skip
+    parser.addoption("--cases", type=int, help="run at most so many cases of each test")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -70,8 +71,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.line(f"{seen.programs} programs have kernels, of {seen.launches} launches")
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
+    _mark_soak(items)
+    yield  # `-m` looks at the marks
+    if config.option.cases:
+        _keep_cases(config, items)
+
+
+def _mark_soak(items: Sequence[pytest.Item]) -> None:
     tests = collections.defaultdict(list)
     for item in items:
         soak_or_gpu = (
@@ -87,6 +95,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         marker = cases[0].get_closest_marker("covers")
         for i in set(range(len(cases))) - covering(values, *marker.args if marker else (2,)):
             cases[i].add_marker(pytest.mark.soak)
+
+
+def _keep_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tests = collections.defaultdict(list)
+    for item in items:
+        tests[item.parent, getattr(item, "originalname", item.name)].append(item)
+    kept = set()
+    for cases in tests.values():
+        kept |= {cases[i] for i in spread(len(cases), config.option.cases)}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 def pytest_collection_finish() -> None:
@@ -122,14 +141,19 @@ def _mesh(devices: Sequence[jax.Device], shape: int | Sequence[int], names: str 
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _programs_that_compile_quickly(pytestconfig: pytest.Config) -> Iterator[None]:
-    """XLA takes most of its time to optimise programs for the CPU, which tests run once. Programs for GPUs stay as
-    they are; processes that tests start inherit the choice."""
+def _programs_that_compile_quickly(
+    pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """XLA takes most of its time to optimise programs for the CPU, which tests run once, and compiles the same ones for
+    several tests. Programs for GPUs stay as they are."""
     if cuda_devices() and not pytestconfig.option.rehearse:
         yield
         return
+    # For this process alone: JAX may read a program that another process has not written to its end, and warn.
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("programs")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # also in processes that tests start
         jax.config.update("jax_disable_most_optimizations", True)
         yield
         jax.config.update("jax_disable_most_optimizations", False)

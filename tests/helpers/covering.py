@@ -1,4 +1,4 @@
-"""Of the combinations of a test's parameters those that `make test` has."""
+"""Which cases of a test run, if not all do."""
 
 import collections
 import itertools
@@ -7,7 +7,8 @@ from typing import Any
 
 
 def covering(cases: Sequence[Sequence[tuple]], together: int) -> set[int]:
-    """Indices of cases in which all values occur that occur in any case: each alone, or each pair, and so on.
+    """Those that `make test` has: indices of cases in which all values occur that occur in any case, each alone, or
+    each pair, and so on.
 
     Greedy: the next case is the one that has most of what is missing. Of equal ones it is the first, but if only single
     values are asked for, the one whose values have been taken least, so that values take turns.
@@ -27,6 +28,12 @@ def covering(cases: Sequence[Sequence[tuple]], together: int) -> set[int]:
         if together == 1:
             times.update(of_case[best])
     return taken
+
+
+def spread(count: int, most: int) -> set[int]:
+    """Indices of at most so many of `count` cases: the first one, the last one, and others at equal distances."""
+    kept = min(count, most)
+    return {round(i * (count - 1) / max(kept - 1, 1)) for i in range(kept)}
 
 
 def _parts(case: Sequence[tuple], together: int) -> Iterable[tuple]:

@@ -127,6 +127,7 @@ def is_for_cpus(op: Operation, name: str) -> bool:
 
 
 # `test_all_ways_to_make_a_step_agree` checks the steps.
+@pytest.mark.slow
 @pytest.mark.parametrize("left_out", ({STEP}, pytest.param(set(), marks=pytest.mark.soak)), ids=("operations", "all"))
 def test_check_runs_without_a_gpu(tmp_path: Path, left_out: set[Operation]) -> None:
     out = tmp_path / "rows.json"
@@ -175,6 +176,7 @@ def kernels_by_xla(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return configs
 
 
+@pytest.mark.slow
 def test_timed_rows_of_attention(mesh: Mesh, few_calls: None, kernels_by_xla: list[Any]) -> None:
     config = {"block_s": 32, "splits": 3}
     rows = bench(ATTENTION, mesh, *ATTENTION.implementations(), timed=True, configs=[config])
@@ -218,6 +220,7 @@ def all_kernels_by_xla(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(jtf, name, by_xla(getattr(jtf, name)))
 
 
+@pytest.mark.slow
 def test_all_ways_to_make_a_step_agree(mesh: Mesh, all_kernels_by_xla: None) -> None:
     names = ("xla/default", "xla_heads/default", "xla_step/default", "fused", "fused_sequence", "fused_heads")
     rows = bench(STEP, mesh, *names, "fused_local", "fused_tokens")

@@ -1,11 +1,14 @@
-"""What `@pytest.mark.covers` leaves in `make test`."""
+"""Which cases of a test `@pytest.mark.covers` and `--cases` leave."""
 
+import collections
 import itertools
+import subprocess
+import sys
 from collections.abc import Sequence
 
 import pytest
 
-from tests.helpers.covering import covering
+from tests.helpers.covering import covering, spread
 
 
 @pytest.mark.parametrize(
@@ -33,3 +36,21 @@ def test_values_that_cannot_be_keys() -> None:
 
 def test_nothing_is_taken_of_nothing() -> None:
     assert covering([], 2) == set()
+
+
+@pytest.mark.parametrize(
+    ("count", "most", "kept"),
+    ((1, 2, {0}), (2, 2, {0, 1}), (9, 1, {0}), (9, 2, {0, 8}), (9, 3, {0, 4, 8}), (3, 9, {0, 1, 2})),
+)
+def test_some_of_the_cases(count: int, most: int, kept: set[int]) -> None:
+    assert spread(count, most) == kept
+
+
+def test_each_test_has_so_many_cases(pytestconfig: pytest.Config) -> None:
+    """In this file, whose parameters are pairs of values already: `covers` leaves all of them."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--cases", "2", __file__]
+    out = subprocess.run(command, cwd=pytestconfig.rootpath, capture_output=True, text=True, check=True).stdout
+    names = [line.split("::")[1].split("[")[0] for line in out.splitlines() if "::" in line]
+    several = {"test_everything_occurs", "test_some_of_the_cases"}
+    assert collections.Counter(names) == {name: 2 if name in several else 1 for name in names}
+    assert several < set(names)

@@ -53,6 +53,7 @@ def test_it_is_over_behind_it() -> None:
             jax.devices("cuda")
 
 
+@pytest.mark.slow
 def test_a_test_of_gpus() -> None:
     """Passes, with its kernels; what a GPU has to answer for is skipped."""
     chosen = ["tests/gpu/test_gpu.py", "-k", "outputs_vary or does_not_arrive"]

@@ -106,6 +106,7 @@ def is_picture(path: Path) -> bool:
     return path.read_bytes()[:4] == b"\x89PNG" and path.stat().st_size > 5000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", OPERATIONS.values(), ids=lambda op: op.name)
 def test_page_of_every_operation(op: Any, tmp_path: Path) -> None:
     rows = [
